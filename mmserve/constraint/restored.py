@@ -84,11 +84,11 @@ class _Restoring:
         """``spec``: None for a hole, whose validator is that of the whole answer."""
         meter = meter or _meter(state.meter)
         validators: Sequence[AnswerValidator | None] = ()
-        if spec is not None and isinstance(spec.kind, Template) and state.judged_holes:
+        if spec is not None and isinstance(spec.kind, Template) and state.validated_holes:
             holes = [part for part in spec.kind.parts if isinstance(part, Hole)]
             specs = [ConstraintSpec(hole.kind or ANYTHING, hole.mode) for hole in holes]
             validators = [
-                validator_of(each, exact=not has) for each, has in zip(specs, state.judged_holes, strict=True)
+                validator_of(each, exact=not has) for each, has in zip(specs, state.validated_holes, strict=True)
             ]
         if state.gaps:
             gaps = tuple(HoleAnswer(gap.start, self.answer(gap.state, None, meter)) for gap in state.gaps)
@@ -102,7 +102,7 @@ class _Restoring:
             witness,
             self.lexicon,
             state.warnings,
-            None if spec is None else validator_of(spec, exact=not state.judged),
+            None if spec is None else validator_of(spec, exact=not state.validated),
             of_draws and SampleState(None, of_draws.speculates, of_draws.log_weight),
             state.drafted,
             state.forced,
@@ -127,7 +127,7 @@ class _Restoring:
             matcher,
             state.known,
             language.vocabulary.end_ids,
-            completions=state.closes,
+            completions=state.completions,
             classes=language.classes,
             states=self.states.of(shared, self.cache) if shared is not None else None,
             language=language,
@@ -164,8 +164,8 @@ def _answer_state(answer: ConstrainedAnswer) -> ConstraintState:
     return ConstraintState(
         witness=_witness_state(answer.witness),
         warnings=answer.warnings,
-        judged=answer.validator is not None,
-        judged_holes=tuple(validator is not None for validator in answer.validators),
+        validated=answer.validator is not None,
+        validated_holes=tuple(validator is not None for validator in answer.validators),
         sampled=None if sampled is None else SampledState(sampled.speculates, sampled.log_weight),
         ranked=None,
         drafted=answer.drafted,

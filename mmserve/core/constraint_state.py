@@ -28,7 +28,7 @@ class WitnessState:
     tokens: np.ndarray  # int64 [N]
     length: int
     known: int
-    closes: tuple[tuple[int, ...], ...] = ()
+    completions: tuple[tuple[int, ...], ...] = ()
     cut: bool = False
 
 
@@ -79,14 +79,14 @@ class ConstraintState:
     """One request's constraint (see ``ConstrainedAnswer``); ``gaps``: states of a template's holes that are filled in
     parallel.
 
-    The validator of the finished answer is created from the request; ``judged`` and ``judged_holes``: whether it has
-    one.
+    The validator of the finished answer is created from the request; ``validated`` and ``validated_holes``: whether the
+    answer, and each hole of a template, has one.
     """
 
     witness: WitnessState
     warnings: tuple[str, ...]
-    judged: bool
-    judged_holes: tuple[bool, ...]
+    validated: bool
+    validated_holes: tuple[bool, ...]
     sampled: SampledState | None
     ranked: RankedState | RunState | None
     drafted: np.ndarray  # int64

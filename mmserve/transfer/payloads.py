@@ -36,9 +36,9 @@ from mmserve.transfer.kv_coding import CodedTensor
 
 PAYLOADS = Kinds(
     {
-        EncodedPayload: 1,
-        PrefilledPayload: 7,
-        CanvasPayload: 8,
+        EncodedPayload: 2,
+        PrefilledPayload: 8,
+        CanvasPayload: 9,
         VisualPayload: 1,
         KVChunk: 1,
         StreamPayload: 1,

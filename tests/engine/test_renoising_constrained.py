@@ -146,17 +146,17 @@ def everything_obeys(bench: Bench, pairs: list[tuple[Request, dict[str, Any]]], 
 
 @pytest.fixture
 def projections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many canvases were looked at: where a step is sure a canvas holds the witness, and in the end everywhere."""
+    """How many positions were accepted: there a canvas holds the witness, and in the end everywhere."""
     seen, real = list[int](), constraint.projected
 
     def looked(step: Step, found: Projected) -> Step:
         made, inside = real(step, found), len(found.tokens)
         witness = torch.from_numpy(found.tokens)
-        sure = made.sure_L[:inside]
-        assert torch.equal(made.noise_L[:inside][sure], witness[sure])
-        assert torch.equal(made.noise_L[~made.sure_L], step.noise_L[~step.sure_L])
+        accepted = made.accepted_L[:inside]
+        assert torch.equal(made.noise_L[:inside][accepted], witness[accepted])
+        assert torch.equal(made.noise_L[~made.accepted_L], step.noise_L[~step.accepted_L])
         assert torch.equal(made.predicted_L[:inside], witness) and torch.equal(made.last_L[:inside], witness)
-        seen.append(int(sure.sum()))
+        seen.append(int(accepted.sum()))
         return made
 
     monkeypatch.setattr(constraint, "projected", looked)

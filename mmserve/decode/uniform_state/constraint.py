@@ -34,11 +34,11 @@ def projected(step: Step, found: Projected) -> Step:
     accepted position, so that the model conditions on a possible answer."""
     inside, after = slice(0, len(found.tokens)), slice(len(found.tokens), None)
     witness = torch.from_numpy(found.tokens).to(step.noise_L.device)
-    noise, predicted, sure = step.noise_L.clone(), step.predicted_L.clone(), step.sure_L.clone()
-    sure[inside] |= torch.from_numpy(found.given).to(sure.device)
-    noise[inside] = torch.where(sure[inside], witness, noise[inside])
+    noise, predicted, accepted = step.noise_L.clone(), step.predicted_L.clone(), step.accepted_L.clone()
+    accepted[inside] |= torch.from_numpy(found.given).to(accepted.device)
+    noise[inside] = torch.where(accepted[inside], witness, noise[inside])
     predicted[inside] = witness
     if found.padding is not None:
         noise[after] = predicted[after] = found.padding
-        sure[after] = True
-    return replace(step, noise_L=noise, sure_L=sure, predicted_L=predicted, last_L=predicted)
+        accepted[after] = True
+    return replace(step, noise_L=noise, accepted_L=accepted, predicted_L=predicted, last_L=predicted)

@@ -24,7 +24,7 @@ class Step:
     """The result of a step over a canvas."""
 
     noise_L: Tensor  # int64: the next canvas, drawn tokens at accepted positions and noise elsewhere
-    sure_L: Tensor  # bool: accepted positions of ``noise_L``
+    accepted_L: Tensor  # bool: accepted positions of ``noise_L``
     predicted_L: Tensor  # int64: the most probable tokens; final if the canvas no longer changes
     last_L: Tensor  # int64: final tokens if this is the last step
     shaped_LV: Tensor  # fp32, stored in the model's dtype: logits that the step drew from; input of the next step
@@ -62,11 +62,11 @@ class EntropyBoundSampler:
         drawn = torch.multinomial(shaped.softmax(-1), 1, generator=generator)[:, 0]
         entropy = _entropy(shaped)
         ordered, order = entropy.sort()
-        sure = torch.zeros(length, dtype=torch.bool, device=shaped.device)
-        sure[order] = ordered.cumsum(-1) - ordered <= rule.bound
+        accepted = torch.zeros(length, dtype=torch.bool, device=shaped.device)
+        accepted[order] = ordered.cumsum(-1) - ordered <= rule.bound
         random = torch.randint(vocabulary, (length,), generator=generator, device=shaped.device)
         best = shaped.argmax(-1)
-        return Step(torch.where(sure, drawn, random), sure, best, best, shaped, float(entropy.mean()))
+        return Step(torch.where(accepted, drawn, random), accepted, best, best, shaped, float(entropy.mean()))
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class ScheduledSampler:
         )
         noise, pred_logits = out.prev_sample[0], getattr(out, "pred_logits", None)
         shaped = logits_LV if pred_logits is None else pred_logits[0].float()
-        sure, best = noise == out.sampled_tokens[0], shaped.argmax(-1)
-        return Step(noise, sure, best, torch.where(sure, noise, best), shaped, float(_entropy(shaped).mean()))
+        accepted, best = noise == out.sampled_tokens[0], shaped.argmax(-1)
+        return Step(noise, accepted, best, torch.where(accepted, noise, best), shaped, float(_entropy(shaped).mean()))
 
 
 def is_entropy_low(step: Step, rule: Renoising) -> bool:
@@ -121,4 +121,4 @@ def pinned(step: Step, seed: SeedCanvas) -> Step:
     at = torch.tensor(seed.pinned, device=step.noise_L.device)
     tokens = torch.tensor(seed.tokens, device=step.noise_L.device)[at]
     kept = {name: getattr(step, name).index_copy(0, at, tokens) for name in ("noise_L", "predicted_L", "last_L")}
-    return replace(step, sure_L=step.sure_L.index_fill(0, at, True), **kept)
+    return replace(step, accepted_L=step.accepted_L.index_fill(0, at, True), **kept)

@@ -260,7 +260,7 @@ def forward(
             attend = _with_callbacks(store.attend(ragged, read, observe, forks), between, written)
             hidden = model.decoder(x, positions, attend, deep, adapted)
     wanted = _wanted_rows(batch)
-    chosen = hidden[on_device(np.concatenate(wanted), model.device)]
+    chosen = hidden[on_device(_padded(np.concatenate(wanted), floor, model.decoder.fewest_rows), model.device)]
     adapters = _head_adapters([(len(w), p.adapter) for w, p in zip(wanted, batch, strict=True)], model, stacks)
     return by_slices(model.decoder, chosen, [len(w) for w in wanted], floor, adapters)
 
@@ -294,7 +294,8 @@ def _head_adapters(
 def _inputs(
     model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], floor: int, fewest: int = FEWEST_ROWS
 ) -> tuple[Tensor, Tensor]:
-    """Embeddings and rotary positions of the rows to run, padded to a multiple of ``floor`` rows, at least ``fewest``.
+    """Embeddings and rotary positions of the rows to run; the last row is repeated up to a multiple of ``floor`` rows,
+    at least ``fewest``.
 
     If the model has several position axes, a position with a single number has that number on each axis.
     """
@@ -302,17 +303,31 @@ def _inputs(
     found = [canvas.rotary_positions(rows) for canvas, _embeddings, rows in batch]
     if axes > 1:
         found = [np.broadcast_to(places, (axes, places.shape[-1])) for places in found]
-    positions = on_device(np.concatenate(found, axis=-1), model.device)
-    x = torch.cat([_rows_of(embeddings, rows) for _canvas, embeddings, rows in batch])
-    short = padded_rows(len(x), floor, fewest) - len(x)
-    return (F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))) if short else (x, positions)
+    positions = on_device(_padded(np.concatenate(found, axis=-1), floor, fewest), model.device)
+    parts = _rows_of([(embeddings, rows) for _canvas, embeddings, rows in batch])
+    short = positions.shape[-1] - sum(len(rows) for _canvas, _embeddings, rows in batch)
+    if short:
+        last = next(part for part in reversed(parts) if len(part))[-1:]
+        parts.append(last.expand(short, -1))
+    return torch.cat(parts), positions
 
 
-def _rows_of(embeddings: Tensor, rows: np.ndarray) -> Tensor:
-    """Embeddings ``[n, D]`` of ``rows``; a view if there is only one row."""
-    if len(rows) == 1:
-        return embeddings.narrow(0, int(rows[0]), 1)
-    return embeddings[on_device(rows, embeddings.device)]
+def _rows_of(batch: list[tuple[Tensor, np.ndarray]]) -> list[Tensor]:
+    """Embeddings ``[n, D]`` of the rows of each request: a view where there is only one row. The other indices are
+    copied to the device together."""
+    counts = [len(rows) for _embeddings, rows in batch if len(rows) != 1]
+    indices = iter(())
+    if counts:
+        together = np.concatenate([rows for _embeddings, rows in batch if len(rows) != 1])
+        indices = iter(on_device(together, batch[0][0].device).split(counts))
+    return [e[next(indices)] if len(rows) != 1 else e.narrow(0, int(rows[0]), 1) for e, rows in batch]
+
+
+def _padded(rows: np.ndarray, floor: int, fewest: int) -> np.ndarray:
+    """``rows [..., n]`` with the last one repeated up to the number of rows that a product of ``n`` has
+    (``padded_rows``)."""
+    short = padded_rows(rows.shape[-1], floor, fewest) - rows.shape[-1]
+    return np.concatenate([rows, np.repeat(rows[..., -1:], short, axis=-1)], axis=-1) if short else rows
 
 
 def _with_callbacks(

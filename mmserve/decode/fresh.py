@@ -16,12 +16,15 @@ def embed_fresh(model: LoadedModel, batch: Iterable[Decoding]) -> None:
     waiting = [(d, *d.fresh) for d in batch if d.fresh is not None]
     if not waiting:
         return
-    found = model.decoder.embed(on_device(np.concatenate([tokens for _d, _at, tokens in waiting]), model.device))
-    for (d, at, _tokens), rows in zip(waiting, found.split([len(at) for _d, at, _tokens in waiting]), strict=True):
+    counts = [len(at) for _d, at, _tokens in waiting]
+    both = np.concatenate([tokens for _d, _at, tokens in waiting] + [at for _d, at, _tokens in waiting])
+    tokens, places = on_device(both, model.device).chunk(2)
+    found = model.decoder.embed(tokens).split(counts)
+    for (d, at, _tokens), rows, where in zip(waiting, found, places.split(counts), strict=True):
         guidance = d.prefilled.guidance
         for embeddings in (d.prefilled.embeddings, *([] if guidance is None else [guidance.embeddings])):
             if len(at) == 1:
                 embeddings.narrow(0, int(at[0]), 1).copy_(rows)
             else:
-                embeddings.index_copy_(0, on_device(at, model.device), rows)
+                embeddings.index_copy_(0, where, rows)
         d.fresh = None

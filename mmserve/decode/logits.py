@@ -136,9 +136,12 @@ class _Head:
         if index != self._index:
             self._made = self._hidden[:0]
             start, end = self._bounds[index]
-            padding = padded_rows(end - start, self._floor, self._decoder.fewest_rows) - (end - start)
             adapted = None if self._adapters is None else self._adapters.of(start, end)
-            self._made = self._decoder.logits(F.pad(self._hidden[start:end], (0, 0, 0, padding)), adapted)
+            padded = padded_rows(end - start, self._floor, self._decoder.fewest_rows)
+            rows = self._hidden[start : start + padded]  # what follows these rows pads them
+            if len(rows) < padded:
+                rows = F.pad(rows, (0, 0, 0, padded - len(rows)))
+            self._made = self._decoder.logits(rows, adapted)
             self._index = index
         return self._made
 
@@ -146,7 +149,8 @@ class _Head:
 def by_slices(
     decoder: Decoder, hidden_TD: Tensor, counts: Sequence[int], floor: int, adapters: RowAdapters | None = None
 ) -> list[Logits]:
-    """The logits of each request of a batch; ``counts`` are the numbers of rows of ``hidden_TD`` of each, in order.
+    """The logits of each request of a batch; ``counts`` are the numbers of rows of ``hidden_TD`` of each, in order;
+    rows after those are padding.
 
     ``adapters``: of these rows, if any changes the output layer. Each request is split every ``slice_rows`` rows; as
     many parts of one or more requests as fit in a slice share one matrix product, padded to a multiple of ``floor``

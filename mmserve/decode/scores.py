@@ -8,7 +8,6 @@ sequential.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -71,31 +70,9 @@ def scored(
 
     ``mask_id``: see ``sampler.candidates``. If all logits of a row are NaN, its token is 0, with no confidence.
     """
-    found = scores(logits_nV, banned=_ids(banned, logits_nV.device), draw=draw)
-    if mask_id is not None:
-        found = _with_mask(found, logits_nV, mask_id)
+    found = scores(logits_nV, banned=_ids(banned, logits_nV.device), draw=draw, mask_id=mask_id)
     gap, entropy = (found.gap if GAP in reads else None), (found.entropy if ENTROPY in reads else None)
     return found.tokens.clamp_min(0), found.token_log_probs.exp(), gap, entropy
-
-
-def _with_mask(found: CommitScores, logits_nV: Tensor, mask_id: int) -> CommitScores:
-    """Adds the banned token ``mask_id`` to the distribution of ``found``.
-
-    Adding an outcome needs only its logit and the logsumexp so far: no second pass over the vocabulary.
-    """
-    masks = logits_nV[:, mask_id].float().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    some = found.ids[:, 0] >= 0
-    best = logits_nV.gather(-1, found.ids[:, :1].clamp_min(0))[:, 0].float()
-    log_z = torch.where(some, best - found.log_probs[:, 0], -torch.inf)
-    whole = torch.logaddexp(log_z, masks)
-    kept = torch.where(some, log_z - whole, 0.0)  # log of the total probability of the other tokens
-    mask = torch.where(some, masks - whole, -torch.inf).exp()
-    return replace(
-        found,
-        gap=torch.where(some, torch.minimum(found.gap, best - masks), found.gap),
-        entropy=kept.exp() * (found.entropy - kept) + torch.special.entr(mask),
-        token_log_probs=found.token_log_probs + kept,
-    )
 
 
 @lru_cache(maxsize=16)

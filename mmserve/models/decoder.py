@@ -23,7 +23,7 @@ from mmserve.models.decoder_rows import DecoderRows
 from mmserve.models.lora import HEAD, Adapted
 from mmserve.models.moe import MoE
 from mmserve.models.packed import FEWEST_ROWS, has_few_rows
-from mmserve.models.rotary import rotary_table
+from mmserve.models.rotary import Rotary
 from mmserve.models.tensor_parts import Part
 from mmserve.models.variations import ACTIVATIONS, ScaledEmbedding, capped, sees
 
@@ -170,6 +170,9 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        width = config.rotary_width or config.head_dim
+        self._rotary = Rotary(width, config.rope_theta, config.rope_scaling, config.rope_axes)
+        self._local_rotary = Rotary(width, config.local_theta) if config.local_theta else None
         self._few_rows = False
         self._rows: DecoderRows | None = None
         #: For each parameter: its tensor in the checkpoint, and its shape. Empty if not loaded from a checkpoint.
@@ -236,15 +239,11 @@ class Decoder(nn.Module):
 
         If layers with a sliding window have their own base, their table is appended: ``[..., 1, 2 * rotated]``.
         """
-        c = self.config
-        width = c.rotary_width or c.head_dim
-        table = rotary_table(positions, width, c.rope_theta, c.rope_scaling, c.rope_axes)
-        if not c.local_theta:
-            return table
-        cos, sin = (
-            torch.cat(pair, -1) for pair in zip(table, rotary_table(positions, width, c.local_theta), strict=True)
-        )
-        return cos, sin
+        cos, sin = self._rotary.table(positions)
+        if self._local_rotary is None:
+            return cos, sin
+        local_cos, local_sin = self._local_rotary.table(positions)
+        return torch.cat([cos, local_cos], -1), torch.cat([sin, local_sin], -1)
 
     def _tables(self, cos: Tensor, sin: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Splits ``rotary`` tables into those of global layers and those of layers with a sliding window."""

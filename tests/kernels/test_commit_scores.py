@@ -53,9 +53,12 @@ def exact(
     banned: torch.Tensor | None = None,
     may: torch.Tensor | None = None,
     draw: Draw | None = None,
+    mask_id: int | None = None,
 ) -> CommitScores:
     """The definition, in fp64; rows drawn with the reference's noise."""
     left = logits.cpu().double().nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
+    mask = left[:, [] if mask_id is None else [mask_id]].clone()
+    left[:, [] if mask_id is None else [mask_id]] = -torch.inf
     if banned is not None:
         left[:, banned.cpu()] = -torch.inf
     if may is not None:
@@ -63,7 +66,8 @@ def exact(
     tempered = left if draw is None else left * draw.inverse().cpu().double()[:, None]
     if draw is not None and draw.shaped:
         left = tempered
-    log_p = left.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        mask = mask * draw.inverse().cpu().double()[:, None]
+    log_p = torch.cat([left, mask], 1).log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     order = left.sort(dim=-1, descending=True, stable=True).indices
     ids = torch.where(left.gather(1, order) == -torch.inf, -1, order)
     tokens = ids[:, 0]
@@ -72,6 +76,7 @@ def exact(
         # In fp32, as it is drawn: in fp64 two that are close may stand the other way round.
         tokens = torch.where(tokens < 0, -1, (tempered.float() + noise).argmax(-1))
     top = torch.nn.functional.pad(left.gather(1, order), (0, 1), value=-torch.inf)
+    top[:, 1] = torch.cat([top[:, 1:2], mask], 1).amax(1)
     return CommitScores(
         ids=ids[:, :k],
         log_probs=log_p.gather(1, order)[:, :k],
@@ -108,12 +113,17 @@ def poisoned_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask_id", [None, 7, 100])
 @pytest.mark.parametrize("options", ["plain", "masked", "drawn", "shaped"])
 @pytest.mark.parametrize("commit_scores", PATHS)
-def test_every_option_agrees_with_its_definition(commit_scores, options: str, dtype: torch.dtype) -> None:
+def test_every_option_agrees_with_its_definition(
+    commit_scores, options: str, mask_id: int | None, dtype: torch.dtype
+) -> None:
+    """Token 7 is banned besides, and the most probable one of the first row."""
     rows, vocabulary, k = 4, 333, 5
     logits = logits_of(rows, vocabulary, dtype)
-    arguments: dict[str, object] = {}
+    logits[0, 7] = 30.0
+    arguments: dict[str, object] = {"mask_id": mask_id}
     may = None
     if options != "plain":
         arguments["banned"] = torch.tensor([0, 7, 332], device=DEVICE)
@@ -151,6 +161,9 @@ def test_no_rows_and_rows_with_few_tokens_or_none(commit_scores) -> None:
     assert made.tokens[:2].tolist() == [-1, 33]
     assert made.gap[:2].tolist() == [0, torch.inf]
     assert_scores(made, exact(logits, 3, may=may, draw=draw))
+    masked = commit_scores(logits, 3, allowed=words_of(may), draw=draw, mask_id=39)
+    assert masked.tokens[:2].tolist() == [-1, 33] and masked.ids[2].tolist() == [5, -1, -1]
+    assert_scores(masked, exact(logits, 3, may=may, draw=draw, mask_id=39))
 
 
 @pytest.mark.parametrize("commit_scores", PATHS)
@@ -255,6 +268,8 @@ def test_what_does_not_fit_is_refused() -> None:
         {"k": 0},
         {"k": 11},
         {"banned": torch.tensor([1.0])},
+        {"mask_id": 10},
+        {"mask_id": -1},
         {"allowed": torch.zeros(2, 2, dtype=torch.int32)},
         {"draw": Draw(torch.zeros(2, dtype=torch.int32), torch.zeros(2))},
         {"draw": Draw(torch.zeros(2, dtype=torch.int64), torch.zeros(3))},

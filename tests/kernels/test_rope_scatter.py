@@ -13,7 +13,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTe
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, apply_rotary_pos_emb
 from triton_harness import DEVICE, assert_near, poisoned, runs_kernels
 
-from mmserve.models.rotary import rotary_table
+from mmserve.models.rotary import Rotary
 
 IMPLEMENTATIONS = {"pytorch": reference.rope_scatter, "cpu": cpu.rope_scatter, "triton": kernel.rope_scatter}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -103,7 +103,7 @@ def test_several_axes_agree_with_transformers(rope_scatter: Callable[..., torch.
     rows, head_dim, sections = 33, 32, [4, 6, 6]
     q, k = (torch.randn(rows, heads, head_dim, generator=draw) for heads in (6, 2))
     positions = torch.randint(0, 50, (3, rows), generator=draw)
-    cos, sin = rotary_table(positions, head_dim, 10_000.0)
+    cos, sin = Rotary(head_dim, 10_000.0).table(positions)
     axes = torch.arange(3).repeat_interleave(torch.tensor(sections))
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
     config = Qwen2_5_VLTextConfig(hidden_size=6 * head_dim, num_attention_heads=6, rope_parameters=rope)

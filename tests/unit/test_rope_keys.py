@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mmserve.models.keys import Keys
 from mmserve.models.rope_keys import read_rope
-from mmserve.models.rotary import rotary_table
+from mmserve.models.rotary import Rotary
 
 WIDTH = 16
 YARN = {"rope_type": "yarn", "factor": 8.0}
@@ -40,6 +40,6 @@ def test_frequencies_are_those_of_transformers(values: dict[str, Any], tmp_path:
     positions = torch.arange(40)
     cos, sin = theirs(torch.empty(0), positions[None])
     rope = read_rope(Keys({**sizes, **values}, tmp_path / "config.json"))
-    ours = rotary_table(positions, WIDTH, rope.theta, rope.scaling)
+    ours = Rotary(WIDTH, rope.theta, rope.scaling).table(positions)
     for mine, expected in zip(ours, (cos, sin), strict=True):
         assert (mine[:, 0] - expected[0]).abs().max() < 1e-5

@@ -13,7 +13,7 @@ from mmserve.encode.places import axis_places
 from mmserve.kv.prefix import page_keys
 from mmserve.models.decoder import Decoder, DeepRows, dense_attention
 from mmserve.models.decoder_config import DecoderConfig
-from mmserve.models.rotary import frequency_axes, rotary_table
+from mmserve.models.rotary import Rotary, frequency_axes
 
 PLACES = torch.tensor([[0, 1, 2, 2, 2, 2, 5], [0, 1, 2, 2, 3, 3, 5], [0, 1, 2, 3, 2, 3, 5]])
 
@@ -29,11 +29,11 @@ def test_tables_are_those_of_transformers(sections: list[int], interleaved: bool
     )
     axes = frequency_axes(sections, interleaved=interleaved)
     assert [axes.count(axis) for axis in range(3)] == sections
-    ours = rotary_table(PLACES, 128, 1e6, axes=axes)
+    ours = Rotary(128, 1e6, axes=axes).table(PLACES)
     for mine, other in zip(ours, theirs(torch.zeros(1), PLACES[:, None]), strict=True):
         assert (mine[:, 0] - other[0]).abs().max() < 1e-6
     text = torch.arange(7)
-    one, several = rotary_table(text, 128, 1e6), rotary_table(text.expand(3, 7), 128, 1e6, axes=axes)
+    one, several = Rotary(128, 1e6).table(text), Rotary(128, 1e6, axes=axes).table(text.expand(3, 7))
     assert torch.equal(one[0], several[0]) and torch.equal(one[1], several[1])
 
 

@@ -41,9 +41,10 @@ def commit_scores(
     banned: Tensor | None = None,
     allowed: Tensor | None = None,
     draw: Draw | None = None,
+    mask_id: int | None = None,
 ) -> CommitScores:
     """See ``reference.commit_scores``; ids and sampled tokens are equal, the other outputs up to rounding."""
-    check(logits_nV, k, banned, allowed, draw)
+    check(logits_nV, k, banned, allowed, draw, mask_id)
     rows, vocabulary = logits_nV.shape
     out = empty(rows, k, logits_nV.device)
     if rows == 0:
@@ -68,6 +69,7 @@ def commit_scores(
         sums,
         keys,
         drawn,
+        mask_id,
         width,
         CHUNK=chunk,
         SHAPED=draw is not None and draw.shaped,
@@ -82,6 +84,7 @@ def commit_scores(
         logits_nV.stride(0),
         None if draw is None or not draw.shaped else draw.inverse(),
         *(out.ids, out.log_probs, out.gap, out.entropy, out.tokens, out.token_log_probs),
+        mask_id,
         chunks,
         k,
         width,
@@ -108,7 +111,7 @@ def variants() -> Iterator[Variant]:
         real = ("sums", "log_probs_out", "gap_out", "entropy_out", "token_log_probs_out")
         whole = ("keys", "drawn", "ids_out", "tokens_out")
         types = {**drawn, **dict.fromkeys(real, "*fp32"), **dict.fromkeys(whole, "*i64")}
-        types |= dict.fromkeys(("row_stride", "chunks", "k", "width"), "i32")
+        types |= dict.fromkeys(("row_stride", "chunks", "k", "width", "mask_id"), "i32")
         constants: dict[str, object] = {} if options == "shaped" else {"inverse": None}
         constants |= {"CHUNKS": 64, "KEYS": 64 * LARGEST_K, "DRAW": options != "plain"}
         yield Variant(f"join {options}", _join, types, constants, num_warps=_JOIN_WARPS)
@@ -117,7 +120,7 @@ def variants() -> Iterator[Variant]:
 def _chunk_variant(dtype: str, options: str) -> Variant:
     """``_chunk`` over logits of Triton's ``dtype``; ``options``: plain, masked, drawn, shaped or all."""
     types = {"logits": f"*{dtype}", "sums": "*fp32", "keys": "*i64", "drawn": "*i64"}
-    types |= dict.fromkeys(("row_stride", "vocabulary", "n_banned", "width"), "i32")
+    types |= dict.fromkeys(("row_stride", "vocabulary", "n_banned", "width", "mask_id"), "i32")
     present = {"masked": {"banned": "*i64", "allowed": "*i32"}}
     present["drawn"] = present["shaped"] = {"seeds": "*i64", "inverse": "*fp32", "loud": "*fp32"}
     present["all"] = present["masked"] | present["shaped"]
@@ -194,6 +197,7 @@ def _chunk(
     sums,  # fp32 [n, chunks, 3]: the largest, Σ exp(x - largest), Σ exp(x - largest) (x - largest)
     keys,  # int64 [n, chunks, width], best first
     drawn,  # int64 [n, chunks]
+    mask_id,  # never chosen; or None
     width,
     CHUNK: tl.constexpr,
     SHAPED: tl.constexpr,
@@ -209,6 +213,8 @@ def _chunk(
     if banned is not None:
         for i in range(n_banned):
             x = tl.where(ids == tl.load(banned + i), float("-inf"), x)
+    if mask_id is not None:
+        x = tl.where(ids == mask_id, float("-inf"), x)
     at = row * chunks + chunk
     if seeds is not None:
         tempered = x * tl.load(inverse + row)
@@ -249,6 +255,15 @@ def _joined_sums(sums, row, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def _with_mask(log_z, entropy, mask):
+    """The logsumexp and the entropy with one more outcome, of logit ``mask``."""
+    highest = tl.maximum(log_z, mask)
+    whole = highest + tl.log(1.0 + tl.exp(tl.minimum(log_z, mask) - highest))
+    kept, p = log_z - whole, tl.exp(mask - whole)
+    return whole, tl.exp(kept) * (entropy - kept) + p * (whole - tl.where(p > 0.0, mask, 0.0))
+
+
+@triton.jit
 def _store_best(keys, row, chunks, k, width, best, log_z, ids_out, log_probs_out, KEYS: tl.constexpr):
     """Stores the ``k`` best tokens of a row, from the ``keys`` of its chunks; ``best`` is its largest logit. Returns
     the key of the best token, and the logit of the second best (``best`` if ``width`` is 1)."""
@@ -280,6 +295,7 @@ def _join(
     entropy_out,  # fp32 [n]
     tokens_out,  # int64 [n]
     token_log_probs_out,  # fp32 [n]
+    mask_id,  # its logit is part of the distribution; or None
     chunks,
     k,
     width,
@@ -289,9 +305,16 @@ def _join(
 ):
     row = tl.program_id(0).to(tl.int64)
     best, log_z, entropy = _joined_sums(sums, row, chunks, CHUNKS)
+    mask = float("-inf")
+    if mask_id is not None:
+        mask = _finite(tl.load(logits + row * row_stride + mask_id))
+        if inverse is not None:
+            mask = tl.minimum(mask * tl.load(inverse + row), _LARGEST_FLOAT)
+        log_z, entropy = _with_mask(log_z, entropy, tl.where(best == float("-inf"), float("-inf"), mask))
     tl.store(entropy_out + row, entropy)
     first, second = _store_best(keys, row, chunks, k, width, best, log_z, ids_out, log_probs_out, KEYS)
     nothing = best == float("-inf")
+    second = tl.maximum(second, mask)
     tl.store(gap_out + row, tl.where(nothing, 0.0, best - tl.where(nothing, 0.0, second)))
     if DRAW:
         i = tl.arange(0, CHUNKS)

@@ -57,13 +57,22 @@ def empty(rows: int, k: int, device: torch.device) -> CommitScores:
     return CommitScores(whole(rows, k), real(rows, k), real(rows), real(rows), whole(rows), real(rows))
 
 
-def check(logits_nV: Tensor, k: int, banned: Tensor | None, allowed: Tensor | None, draw: Draw | None) -> None:
+def check(
+    logits_nV: Tensor,
+    k: int,
+    banned: Tensor | None,
+    allowed: Tensor | None,
+    draw: Draw | None,
+    mask_id: int | None = None,
+) -> None:
     """Raise ``ValueError`` if the arguments of ``commit_scores`` are inconsistent."""
     if logits_nV.ndim != 2 or logits_nV.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"logits must be fp32, fp16 or bf16 [n, V], not {logits_nV.dtype} {tuple(logits_nV.shape)}")
     rows, vocabulary = logits_nV.shape
     if not 1 <= k <= min(LARGEST_K, vocabulary):
         raise ValueError(f"k must be 1 to {min(LARGEST_K, vocabulary)}, not {k}")
+    if mask_id is not None and not 0 <= mask_id < vocabulary:
+        raise ValueError(f"mask_id must be a token from 0 to {vocabulary - 1}, not {mask_id}")
     if banned is not None and (banned.ndim != 1 or banned.dtype != torch.int64):
         raise ValueError(f"banned must be int64 [b], not {banned.dtype} {tuple(banned.shape)}")
     if allowed is not None and (allowed.shape != (rows, -(-vocabulary // 32)) or allowed.dtype != torch.int32):

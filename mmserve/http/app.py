@@ -84,10 +84,12 @@ class App:
         self._parser = ThreadPoolExecutor(1, "mmserve-http-parse")
         # One thread: a constraint that is slow to compile delays only other checks.
         self._checker = ThreadPoolExecutor(1, "mmserve-http-check")
+        # One thread: long prompts whose tokens are asked for delay only others of these.
+        self._tokenizer = ThreadPoolExecutor(1, "mmserve-http-tokens")
         self._prompts = Prompts(server)
         self._models = Models(server.engines)
         self._bodies = Bodies(server.config.server, server.budget, self._parser)
-        tokens = Tokens(server, self._bodies, self._events)
+        tokens = Tokens(server, self._bodies, self._events, self._tokenizer)
         posts = {
             **{path: self._open(self._generates(api), api) for path, api in APIS.items()},
             CONSTRAINTS: self._open(self._checked),
@@ -122,7 +124,7 @@ class App:
 
     def close(self) -> None:
         """Stop the threads."""
-        for pool in (self._parser, self._checker):
+        for pool in (self._parser, self._checker, self._tokenizer):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _open(

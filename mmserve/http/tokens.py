@@ -9,9 +9,10 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -34,6 +35,7 @@ from mmserve.rpc.fetching import urls_in
 from mmserve.rpc.server import Server
 from mmserve.v1 import generation_pb2 as pb
 
+T = TypeVar("T")
 #: The events of a request: of a message, a tenant, what it holds, and the locations of its media URLs.
 Events = Callable[[pb.GenerateRequest, Tenant, ExitStack, dict[str, str]], AsyncGenerator[Event]]
 #: Fields of chats only.
@@ -102,10 +104,11 @@ def read_ids(body: dict[str, Any]) -> tuple[str, list[int]]:
 
 
 class Tokens:
-    """Handlers of these paths; ``events``: those of a request that the server admits."""
+    """Handlers of these paths; ``events``: those of a request that the server admits; ``tokenizer`` runs what takes
+    long."""
 
-    def __init__(self, server: Server, bodies: Bodies, events: Events) -> None:
-        self._server, self._bodies, self._events = server, bodies, events
+    def __init__(self, server: Server, bodies: Bodies, events: Events, tokenizer: Executor) -> None:
+        self._server, self._bodies, self._events, self._tokenizer = server, bodies, events, tokenizer
 
     async def count(self, request: Request) -> Response:
         """The number of tokens of a prompt."""
@@ -127,7 +130,7 @@ class Tokens:
                 known = f'"count": {len(ids)}, "max_model_len": {engine.info.max_tokens}'
                 return f'{{{known}, "tokens": {_array(ids)}, "token_strs": {strs}}}'.encode()
 
-            data = await asyncio.get_running_loop().run_in_executor(None, written)
+            data = await self._run(written)
             return Response(data, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
@@ -136,8 +139,11 @@ class Tokens:
             model, ids = read_ids(await self._body(request, held))
             engine = self._server.engines.find(self._server.engines.split(model)[0])
             held.enter_context(Present(request.receive))
-            text = await asyncio.get_running_loop().run_in_executor(None, engine.detokenized, ids)
+            text = await self._run(engine.detokenized, ids)
             return JSONResponse({"prompt": text})
+
+    async def _run(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer, call, *args)
 
     async def _body(self, request: Request, held: ExitStack) -> dict[str, Any]:
         """The body of a request that counts in the limits of its tenant until ``held`` is closed."""
@@ -156,7 +162,7 @@ class Tokens:
             if all(part.HasField("text") for each in message.messages for part in each.parts):
                 given = self._server.generations.read(uuid.uuid4().hex, message, tenant, engine)
                 how = asked.special_tokens, asked.generation_prompt
-                return engine, await asyncio.get_running_loop().run_in_executor(None, engine.prompt_ids, given, *how)
+                return engine, await self._run(engine.prompt_ids, given, *how)
             if not asked.generation_prompt:
                 raise InvalidArgument.of("add_generation_prompt", "must be true with images and videos")
             async with aclosing(

@@ -134,6 +134,8 @@ def is_object(text: str) -> bool:
         return False
     level: list[Any] = [found] if isinstance(found, dict) else []
     for _ in range(MAX_LEVELS):
+        if not level:  # of most arguments, after a few levels
+            break
         level = [inner for each in level for inner in _inner(each) if isinstance(inner, dict | list)]
     return isinstance(found, dict) and not level
 

@@ -27,7 +27,7 @@ MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_BIASES = 1024
 #: Maximum characters of a chat template's options (JSON).
 MAX_TEMPLATE_OPTIONS = 1 << 16
-#: Maximum total number of messages and their parts.
+#: Maximum total number of messages, their parts and their tool calls.
 MAX_PARTS = 1 << 12
 
 #: Violations: field, and what it must be.
@@ -56,8 +56,9 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
         yield "messages", "must hold at least one message"
         return
     # looked at before each of them is: nothing else is served meanwhile
-    if (count := len(message.messages) + sum(len(chat.parts) for chat in message.messages)) > MAX_PARTS:
-        yield "messages", f"must hold at most {MAX_PARTS} messages and parts together, not {count}"
+    inner = sum(len(chat.parts) + len(chat.tool_calls) for chat in message.messages)
+    if (count := len(message.messages) + inner) > MAX_PARTS:
+        yield "messages", f"must hold at most {MAX_PARTS} messages, parts and calls together, not {count}"
         return
     if message.raw:
         kinds = [part.WhichOneof("part") for part in message.messages[0].parts]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 from echo_server import PATIENCE
@@ -114,6 +115,23 @@ def test_a_client_that_leaves_while_a_thread_works_for_it_is_not_waited_for(
             assert begun.wait(PATIENCE)
         wait_for("the call's end", lambda: calls(served))
         assert calls(served) == {"CANCELLED": 1}
+    finally:
+        go.set()
+
+
+def test_long_prompts_whose_tokens_are_asked_for_do_not_delay_metrics(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are."""
+    go = threading.Event()
+    monkeypatch.setattr(served.engine, "prompt_ids", lambda *_: go.wait() and [], raising=False)
+    body = json.dumps({"model": "echo", "prompt": "one"}).encode()
+    try:
+        with ExitStack() as stack:
+            for _ in range(40):  # more than the threads of an executor of asyncio
+                waiting = stack.enter_context(served.connect())
+                waiting.sendall(ask("", body=body).replace(CHAT.encode(), b"/tokenize", 1))
+            assert b" 200 OK" in served.send(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     finally:
         go.set()
 

@@ -183,6 +183,7 @@ def test_ranges(field: str, values: list[Any]) -> None:
         ([], ["messages"]),
         ([{"role": "ROLE_USER", "parts": [{}] * (1 << 14)}], ["messages"]),
         ([{}] * ((1 << 14) + 1), ["messages"]),
+        ([{"role": "ROLE_ASSISTANT", "tool_calls": [{"name": "f"}] * (1 << 12)}, USER], ["messages"]),
         ([{"parts": [{"text": "x"}]}], ["messages[0].role"]),
         ([{"role": 77, "parts": [{"text": "x"}]}], ["messages[0].role"]),
         ([{"role": "ROLE_USER"}], ["messages[0].parts"]),

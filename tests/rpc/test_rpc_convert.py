@@ -53,6 +53,7 @@ from mmserve.wire.events import from_response, to_response
 from mmserve.wire.models import from_model_info, to_model_info
 
 USER = {"role": "ROLE_USER", "parts": [{"text": "hello"}]}
+CALL = {"id": "1", "name": "f", "arguments": "{}"}
 LIMITS = MediaConfig(max_item_bytes=100, max_images=2, max_videos=2)
 
 
@@ -183,12 +184,12 @@ def test_ranges(field: str, values: list[Any]) -> None:
         ([], ["messages"]),
         ([{"role": "ROLE_USER", "parts": [{}] * (1 << 14)}], ["messages"]),
         ([{}] * ((1 << 14) + 1), ["messages"]),
-        ([{"role": "ROLE_ASSISTANT", "tool_calls": [{"name": "f"}] * (1 << 12)}, USER], ["messages"]),
+        ([{"role": "ROLE_ASSISTANT", "tool_calls": [CALL] * (1 << 12)}, USER], ["messages"]),
         ([{"parts": [{"text": "x"}]}], ["messages[0].role"]),
         ([{"role": 77, "parts": [{"text": "x"}]}], ["messages[0].role"]),
         ([{"role": "ROLE_USER"}], ["messages[0].parts"]),
         (
-            [USER, {"role": "ROLE_ASSISTANT", "tool_calls": [{"id": "1", "name": "f", "arguments": "{}"}]}],
+            [USER, {"role": "ROLE_ASSISTANT", "tool_calls": [CALL]}],
             ["messages[1].tool_calls"],
         ),
         ([USER, {"role": "ROLE_USER", "parts": [{"text": "x"}, {}]}], ["messages[1].parts[1]"]),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.config import Config, ModelConfig, SchedulerConfig, ServerConfig, from_mapping
+from mmserve.config.engine import check_pages, resolve
 from mmserve.config.ports import try_port
 from mmserve.errors import ConfigError
 from mmserve.http import require_packages
@@ -201,4 +202,11 @@ def _model(model: ModelConfig, config: Config) -> Iterator[Finding]:
     from mmserve.models.adapters import check_adapters  # imports torch, which takes seconds
     from mmserve.models.registry import sketch_model
 
-    yield from findings(part, lambda: check_adapters(sketch_model(model), config.engine.adapter_bytes))
+    def whole() -> None:
+        sketch = sketch_model(model)
+        check_adapters(sketch, config.engine.adapter_bytes)
+        engine, positions = config.engine, sketch.spec.max_tokens
+        resolved = resolve(engine, positions=positions)
+        check_pages(resolved, min(resolved.max_tokens, positions))
+
+    yield from findings(part, whole)

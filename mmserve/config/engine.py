@@ -133,6 +133,14 @@ def resolve(
     )
 
 
+def check_pages(engine: EngineConfig, max_tokens: int) -> None:
+    """Raises ``ConfigError`` if all pages of ``engine``, which is resolved, hold less than ``max_tokens`` tokens."""
+    if (room := engine.pages * engine.page_size) < max_tokens:
+        raise ConfigError(
+            f"[engine] pages × page_size is {room}, less than one request of max_tokens {max_tokens} needs"
+        )
+
+
 def check_engine(engine: EngineConfig, where: str) -> None:
     """Raises ``ConfigError`` for conflicting settings."""
     for key, used in (("sparse_block", engine.sparse_prefill), ("page_size", engine.sparse_decode)):

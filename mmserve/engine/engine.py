@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from mmserve.config import EngineConfig, MediaConfig
+from mmserve.config.engine import check_pages
 from mmserve.core.constraint import CheckedConstraint
 from mmserve.core.encoded import Encoded
 from mmserve.core.events import Admitted
@@ -78,11 +79,7 @@ class Engine:
     ) -> None:
         self.config, self.media = config, media
         self.stages = Stages(model, config, media, schedulers, cache, decoders)
-        if config.pages * config.page_size < self.stages.capabilities.max_tokens:
-            raise ConfigError(
-                f"[engine] pages × page_size is {config.pages * config.page_size}, less than one request of "
-                f"max_tokens {self.stages.capabilities.max_tokens} needs"
-            )
+        check_pages(config, self.stages.capabilities.max_tokens)
         self.info: ModelInfo = self.stages.describe()
         self._pool = PagePool(config.pages, unit=self.stages.shared_pages)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

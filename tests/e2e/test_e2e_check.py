@@ -118,6 +118,17 @@ def test_adapters_that_need_more_memory_than_they_may_take(capsys: pytest.Captur
     assert not ok and "[engine] adapter_bytes is 1000000: drop one, or set it higher" in parts["model bundled"]
 
 
+def test_pages_that_hold_less_than_one_request(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = ("--set", "engine.pages=63", "--set")
+    for more, wrong in (
+        ("engine.max_tokens=1024", True),
+        ("engine.max_tokens=1008", False),
+        ("engine.max_queued=9", False),
+    ):
+        ok, parts = checked(capsys, "--model", "bundled", *pages, more)
+        assert ok is not wrong and wrong is ("pages × page_size is 1008, less than" in parts["model bundled"])
+
+
 def test_json_is_for_a_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--json", "--set", "server.port=0"]) == 1
     assert "--log-format json" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from first_compilation import compile_share
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -40,8 +41,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Modules are imported without garbage collection, which takes a fifth of the time and finds little."""
+    compile_share(session.config)
     gc.disable()
     try:
         return (yield)

@@ -174,7 +174,10 @@ def test_long_texts_of_requests_under_way_count_too(engine: EchoEngine) -> None:
         with pytest.raises(ResourceExhausted, match=r"media\.live_bytes allows"):
             client.generate("x" * (1 << 18))
         with pytest.raises(ResourceExhausted, match=r"media\.live_bytes allows"):
-            client.generate("x", stop="y" * (1 << 18))
+            client.generate("x" * ((1 << 18) - (1 << 13)), stop=[f"{i:x}" + "y" * 1000 for i in range(16)])
+        without_stop = client.stream("x" * ((1 << 18) - (1 << 13)))
+        assert isinstance(next(without_stop), Admitted)
+        without_stop.close()
         held = client.stream("x" * (1 << 17))
         assert isinstance(next(held), Admitted)
         with pytest.raises(ResourceExhausted, match="requests in progress hold") as caught:

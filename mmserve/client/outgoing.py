@@ -157,6 +157,10 @@ def _messages(
     prompt: str | Sequence[Chat], images: Sequence[Image], videos: Sequence[Video], sampling: VideoSampling | None
 ) -> list[pb.ChatMessage]:
     chats: Sequence[Chat] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    for name, given in (("messages", chats), ("images", images), ("videos", videos)):
+        if not isinstance(given, Iterable) or isinstance(given, str | bytes | bytearray | memoryview | Mapping):
+            what = "a text, or a list of messages" if name == "messages" else "a list"
+            raise InvalidArgument.of(name, f"must be {what}, not {given!r}"[:200])
     messages = [_message(chat, f"messages[{i}]") for i, chat in enumerate(chats)]
     if images or videos:
         if not messages:
@@ -177,6 +181,10 @@ def _message(chat: Chat, where: str) -> pb.ChatMessage:
         raise InvalidArgument.of(where, why)
     calls = tuple(tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(chat.get("tool_calls") or ()))
     content = chat["content"] or ("" if calls else chat["content"])
+    if not isinstance(content, str):
+        raise InvalidArgument.of(
+            where, "must have a text as its content; Message(role, parts) can have images and videos"
+        )
     parts = [_part(TextPart(content), where)] if content or not calls else []
     return _chat_message(Message(chat["role"], (), calls, chat.get("tool_call_id") or ""), parts)
 

@@ -7,6 +7,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,27 @@ def test_help_documents_every_argument_and_option(method: Callable[..., Any]) ->
     for name in Options.__annotations__:
         said = re.search(rf"^{name}: (.+\n(?: {{4}}.+\n)*)", text + "\n", re.MULTILINE)
         assert said and "default" in said[1], f"the documentation of {name} must name its default"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "media", "why"),
+    [
+        (None, {}, "messages: must be a text, or a list of messages, not None"),
+        ({"role": "user", "content": "x"}, {}, "messages: must be a text, or a list of messages, not {'role'"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], {}, r"messages\[0\]: must have a text as its"),
+        (
+            [{"role": "user", "content": None}],
+            {},
+            r"messages\[0\]: must have a text as its content; Message\(role, parts\)",
+        ),
+        ("x", {"images": Path("x.png")}, "images: must be a list, not PosixPath"),
+        ("x", {"images": b"x"}, "images: must be a list, not b'x'"),
+        ("x", {"videos": "x"}, "videos: must be a list, not 'x'"),
+    ],
+)
+def test_other_types_than_those_of_prompts_and_media_are_refused(prompt: Any, media: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidArgument, match=why):
+        build_request(prompt, **{"images": (), **media}, deltas=False, snapshots=False)
 
 
 def test_an_option_that_does_not_exist_is_refused_with_the_nearest() -> None:

@@ -68,15 +68,16 @@ def setting(name: str) -> tuple[Grammar, Lexicon]:
 
 
 @cache
+def answers(name: str, length: int) -> list[tuple[int, ...]]:
+    """All valid answers of ``length`` tokens."""
+    _source, means, pieces = TOYS[name]
+    return [row for row in product(range(5), repeat=length) if means("".join([pieces[t] for t in row]))]
+
+
+@cache
 def valid_rows(name: str, size: int) -> np.ndarray:
     """All valid canvases of ``size`` positions (int64 ``[n, size]``): an answer, and the end of text after it."""
-    _source, means, pieces = TOYS[name]
-    rows = [
-        [*row, *[END] * (size - n)]
-        for n in range(size + 1)
-        for row in product(range(5), repeat=n)
-        if means("".join(pieces[t] for t in row))
-    ]
+    rows = [[*row, *[END] * (size - n)] for n in range(size + 1) for row in answers(name, n)]
     return np.array(rows, np.int64).reshape(-1, size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from mmserve.decode.token_texts import token_bytes
 from mmserve.reference.tokenizer import EOS, EOT, HEADER, IMAGE
 
 TOKENIZER = tokenizer()
+VOCABULARY = TOKENIZER.get_vocab()
 SPECIALS = [TOKENIZER.convert_tokens_to_ids(t) for t in (EOS, EOT, HEADER, IMAGE)]
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -88,11 +90,12 @@ def byte_tokens(text: str) -> list[int]:
     return [token for char in text for token in _bytes_of(char)]
 
 
+@cache
 def _bytes_of(char: str) -> list[int]:
-    vocabulary = TOKENIZER.get_vocab()
-    return [vocabulary[_printable(byte)] for byte in char.encode()]
+    return [VOCABULARY[_printable(byte)] for byte in char.encode()]
 
 
+@cache
 def _printable(byte: int) -> str:
     """The character by which byte-level BPE writes a byte in its vocabulary."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]

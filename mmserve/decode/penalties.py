@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas, among
 from mmserve.core.request import Sampling
+from mmserve.kv.on_device import on_device
 
 #: Penalised logits are clamped to this: far above the logits of any model, and far below the maximum of fp32.
 _LARGEST = 1e30
@@ -80,7 +81,8 @@ def _added(gains: Mapping[int, float], vocabulary: int, device: torch.device) ->
     known = {token: gain for token, gain in gains.items() if token < vocabulary}
     if not known:
         return None
-    return torch.tensor(list(known), device=device), torch.tensor(list(known.values()), device=device)
+    tokens, values = np.array(list(known)), np.array(list(known.values()), np.float32)
+    return on_device(tokens, device), on_device(values, device)
 
 
 def _answer(canvas: Canvas, end_ids: Collection[int]) -> np.ndarray:

@@ -18,14 +18,16 @@ from mmserve.models.base import ModelSpec
 
 #: A request of a batch, its pass, and the logits of that pass.
 Member = tuple[Decoding, Pass, RowLogits]
+#: What the requests of a call share: matrix product, figures that are read, whether one is the confidence, and biases.
+_Key = tuple[int, frozenset[str], bool, frozenset[tuple[int, float]]]
 
 
 def is_plain(d: Decoding) -> bool:
-    """Whether a request's candidates depend only on its logits: greedy, not penalised, not observed."""
+    """Whether a request's candidates depend only on logits and their biases: greedy, not penalised, not observed."""
     sampling, streaming = d.request.sampling, d.request.streaming
     if streaming.records and streaming.alternatives:
         return False
-    greedy = sampling.temperature < GREEDY_BELOW and not sampling.changes_logits
+    greedy = sampling.temperature < GREEDY_BELOW and not sampling.penalises
     observed = any(extension.observes for extension in d.extensions)
     return greedy and not observed and not is_partial(d.commit) and not is_proposing(d.commit)
 
@@ -38,12 +40,12 @@ def is_forced(d: Decoding, p: Pass, spec: ModelSpec) -> bool:
 
 
 def share(members: Sequence[Member], spec: ModelSpec, scores: Scores | None) -> list[RowLogits | Shared]:
-    """The input of ``candidates`` for each request; requests that are plain share one call.
+    """The input of ``candidates`` for each request; requests that are plain and have the same biases share one call.
 
     Candidates are identical bit for bit either way, except that an unused confidence is 1. Nothing is computed before
     the first request of a group is read: only one of a batch's matrix products is held at a time.
     """
-    groups: dict[tuple[int, frozenset[str], bool], _Group] = {}
+    groups: dict[_Key, _Group] = {}
     made: list[RowLogits | Shared] = []
     for member in members:
         d, p, logits = member
@@ -51,8 +53,9 @@ def share(members: Sequence[Member], spec: ModelSpec, scores: Scores | None) -> 
         if product is None or not isinstance(logits, Logits):
             made.append(logits)
             continue
-        key = product, d.commit.reads, not is_forced(d, p, spec)
-        group = groups.setdefault(key, _Group(spec, scores, key[2]))
+        with_confidence, biases = not is_forced(d, p, spec), frozenset(d.request.sampling.logit_bias.items())
+        key = product, d.commit.reads, with_confidence, biases
+        group = groups.setdefault(key, _Group(spec, scores, with_confidence))
         made.append(Shared(partial(group.candidates, len(group.members))))
         group.members.append((d, p, logits))
     return made
@@ -74,7 +77,7 @@ class _Group:
             found = candidates(
                 joined([logits for _d, _p, logits in self.members]),
                 np.concatenate(positions),
-                first.canvas,  # canvas and sampling are unused if greedy and not penalised
+                first.canvas,  # unused if greedy and not penalised; of the sampling, only the biases are used
                 first.request.sampling,
                 self._spec.banned_ids,
                 None,

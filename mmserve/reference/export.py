@@ -36,6 +36,9 @@ QUALITY, STREAMS, DECISIONS, TOOLS = "quality.json", "streams.json", "decisions.
 #: ``max_canvas`` of the diffusion model: of 80 sums and counts 65 are right with 128 tokens, 63 with 256, 53 with 512.
 MAX_CANVAS = 256
 
+#: First line of an adapter's card.
+_ADAPTER_TITLE = "# Adapter of the mmserve bundled model"
+
 
 def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, block_length: int = 0) -> None:
     """Write the averaged weights of ``run/state.pt``, or the adapter that they have, into ``out`` as ``dtype``.
@@ -169,7 +172,7 @@ def _adapter_card(
 ) -> str:
     layers = "decoder and for the output layer" if state["recipe"].get("output") else "decoder"
     blocks = f"\nRequests with it fill blocks of {block_length} tokens by default.\n" if block_length else ""
-    return f"""# Adapter of the mmserve bundled model
+    return f"""{_ADAPTER_TITLE}
 
 LoRA of rank {state["recipe"]["rank"]} for all linear layers of the {layers}, trained on the mix
 `{state["recipe"]["mix"]}` of generated data while the model's own weights stayed as they are. Made by
@@ -178,8 +181,11 @@ LoRA of rank {state["recipe"]["rank"]} for all linear layers of the {layers}, tr
 
 
 def _of_adapter(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The run in ``state`` and those before it that trained the same adapter; None where it trained none."""
-    if state is None or not state.get("recipe", {}).get("rank", 0):
+    """The run in ``state`` and those before it that trained the same adapter; None where it trained none. A run that
+    began with an exported adapter has its card."""
+    if state is None or state.get("card", "").startswith(_ADAPTER_TITLE):
+        return state
+    if not state.get("recipe", {}).get("rank", 0):
         return None
     return {**state, "before": _of_adapter(state.get("before"))}
 

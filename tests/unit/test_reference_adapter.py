@@ -134,6 +134,12 @@ def test_an_adapter_of_the_output_layer_is_trained_written_and_served(tmp_path: 
     further = run_in(tmp_path / "further", recipe)
     further.begin_from(tmp_path / "adapters" / "own")
     assert logits(further.model, batch).equal(logits(run.average, batch)) and "rank 3" in further.before["card"]
+    further.step(batch)
+    further.save()
+    export(tmp_path / "further", tmp_path / "further" / "own")
+    card, legs = ((tmp_path / of / "own" / "README.md").read_text() for of in ("further", "adapters"))
+    assert card.endswith(legs.partition("\n## Training")[2]) and card.count("## Training") == 2
+    assert "began with the weights of the run below" in card
     with pytest.raises(SystemExit, match="--rank and --output as they were"):
         run_in(tmp_path / "further", replace(recipe, rank=4)).begin_from(tmp_path / "adapters" / "own")
     plain = ReferenceModel(logits(run.model, batch).shape[-1], causal=False)

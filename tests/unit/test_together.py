@@ -104,3 +104,27 @@ def test_blocks_of_a_batch_are_those_of_each_request() -> None:
 def test_requests_of_several_products_are_each_in_one_of_them() -> None:
     most = slice_rows(VOCABULARY, torch.device("cpu"))
     assert judge([most - 1, 3, most - 3, 2, most + 5, 2], causal=False) == (2, 5)  # a penalty, and one cut in two
+
+
+@torch.inference_mode()
+def test_requests_with_the_same_biases_are_judged_together_and_have_their_effect() -> None:
+    spec = cast(ModelSpec, SimpleNamespace(causal=False, banned_ids=BANNED, mask_id=BANNED[0]))
+    never, gains = dict.fromkeys((11, 12), -1e9), {40: {40: 1e6}, 41: {41: 1e6}}
+    biases = [never, gains[40], never, {}, gains[41], never, {}]
+    members, others = (requests([2] * len(biases))[0] for _ in range(2))
+    for member, bias in zip((*members, *others), biases * 2, strict=True):
+        d = cast(Any, member[0])
+        d.commit, d.request.sampling = LowConfidence(), Sampling(temperature=0.0, logit_bias=bias)
+        d.request.streaming = Streaming()
+    shared = share(members, spec, None)
+    groups = [cast(Any, row).candidates.func.__self__ for row in shared]
+    assert [groups.index(group) for group in groups] == [0, 1, 0, 3, 4, 0, 3]
+    for row, (d, p, _logits), other, bias in zip(shared, members, others, biases, strict=True):
+        mask_id = verified_mask(spec)
+        found = candidates(row, p.targets, d.canvas, d.request.sampling, BANNED, None, None, d.commit.reads, mask_id)
+        expected = alone(other, mask_id)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_array_equal(found.confidence, expected.confidence)
+        assert not np.isin(found.tokens, (*BANNED, 11, 12) if bias is never else BANNED).any()
+        if bias in gains.values():
+            assert found.tokens.tolist() == [*bias] * 2

@@ -19,6 +19,8 @@ logger = logging.getLogger("mmserve.rpc")
 
 #: Maximum unsent drafts of a sample: a client that keeps reading gets every step, despite scheduling delays.
 DRAFTS = 8
+#: Maximum positions and alternatives of the unsent drafts of a sample, unless there is only one.
+DRAFTED = 1 << 14
 
 
 class Outbox:
@@ -87,13 +89,12 @@ def _left(samples: int, event: Event) -> int:
 
 def coalesce(unsent: list[Event], event: Event) -> None:
     """Add ``event`` to ``unsent``, in place; it contains at most two deltas, one snapshot and ``DRAFTS`` drafts of each
-    sample."""
+    sample, or fewer by ``DRAFTED``."""
     if isinstance(event, Draft):
-        drafts = [i for i, e in enumerate(unsent) if isinstance(e, Draft) and e.sample == event.sample]
-        if len(drafts) >= DRAFTS:
-            last = unsent[drafts[-1]]
-            assert isinstance(last, Draft)
-            unsent[drafts[-1]] = event.after(last)
+        drafts = [(i, e) for i, e in enumerate(unsent) if isinstance(e, Draft) and e.sample == event.sample]
+        if drafts and (len(drafts) >= DRAFTS or sum(map(_drafted, (event, *(e for _, e in drafts)))) > DRAFTED):
+            at, last = drafts[-1]
+            unsent[at] = event.after(last)
             return
     if isinstance(event, Snapshot):
         for index, dropped in enumerate(unsent):
@@ -105,6 +106,11 @@ def coalesce(unsent: list[Event], event: Event) -> None:
     unsent.append(event)
     if isinstance(event, Delta):
         _join(unsent, event.sample)
+
+
+def _drafted(draft: Draft) -> int:
+    """Number of positions and alternatives of ``draft``."""
+    return sum(1 + len(alternatives) for *_own, alternatives in draft.rows)
 
 
 def _join(unsent: list[Event], sample: int) -> None:

@@ -92,6 +92,18 @@ def draft(number: int, sample: int) -> Draft:
     return Draft(((number % 5, number, f"{number}", "draft", 0.5, ()),), 5, number, sample)
 
 
+def test_large_drafts_that_a_client_does_not_read_are_joined_to_one() -> None:
+    """Eight of them, with twenty alternatives of thousands of positions, took a hundred megabytes for each sample."""
+    alternatives = ((1, "a", 0.5),) * 20
+    unsent: list[Event] = []
+    for number in range(3):
+        rows = tuple((index, number, "a", "draft", 0.5, alternatives) for index in range(1 << 9))
+        coalesce(unsent, Draft(rows, 1 << 9, number))
+    assert unsent == [Draft(rows, 1 << 9, 2)]
+    coalesce(unsent, draft(3, sample=1))
+    assert len(unsent) == 2
+
+
 @given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from("rrrd-")), max_size=120))
 def test_however_slow_a_client_is_its_drafts_are_few_and_add_up_to_the_canvas(script: list[tuple]) -> None:
     """``r`` is a draft, ``d`` a delta, ``-`` the client taking one event."""

@@ -133,7 +133,7 @@ def test_it_says_that_nothing_keeps_the_targets() -> None:
 
 def test_the_shape_of_epdserves_result() -> None:
     """Below what encode and prefill take on one worker only a split keeps the target; far above it a baseline leads."""
-    problem = Problem(costs_file.read("epdserve"), workload_file.read("epdserve"), Targets(1.4, 0.04), requests=150)
+    problem = Problem(costs_file.read("epdserve"), workload_file.read("epdserve"), Targets(1.4, 0.04), requests=60)
     base = Batching(encode_batch=1, prefill_tokens=1354, max_running=128, shards=2)
     serial = serial_seconds(problem, base)
     assert serial == pytest.approx(1.33, abs=0.02)  # as its repository's own run has it
@@ -151,14 +151,14 @@ def test_a_sweep_goes_over_targets_around_the_serial_time() -> None:
     serial = serial_seconds(PROBLEM, Batching())
     alone = COSTS.encode_seconds([2000] * 2) + COSTS.prefill_seconds([(0, 232)])
     assert serial == pytest.approx(alone)
-    rows = over_targets(PROBLEM, 3, Batching(), multiples=(0.8, 4.0))
+    rows = over_targets(replace(PROBLEM, requests=30), 3, Batching(), multiples=(0.8, 4.0))
     assert [row.targets.ttft for row in rows] == pytest.approx([0.8 * serial, 4.0 * serial])
     low, high = (row.comparison for row in rows)
     assert low.all_in_one.goodput == 0 < high.all_in_one.goodput
 
 
 def test_a_fleet_is_a_cell_many_times() -> None:
-    problem = replace(PROBLEM, requests=100)
+    problem = replace(PROBLEM, requests=50)
     choice = Choice(Layout.parse("2e1p1d"), Batching(shards=2, encode_batch=1))
     small, large = cells(problem, choice, (1, 2), progress=lambda _: None)
     assert large.goodput > 1.8 * small.goodput  # a shared queue is worth more than two

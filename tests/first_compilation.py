@@ -21,7 +21,7 @@ PATIENCE = 120.0
 def compile_share(config: pytest.Config) -> None:
     """Compile this process's part; all of it was compiled on return."""
     worker = getattr(config, "workerinput", None)
-    if worker is None or worker["workercount"] < 2:
+    if worker is None or worker["workercount"] < 2 or not config.option.basetemp:
         return
     index, others = int(worker["workerid"].removeprefix("gw")), worker["workercount"] - 1
     compiled = Path(config.option.basetemp).parent / "loops-compiled"

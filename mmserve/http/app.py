@@ -34,6 +34,7 @@ from mmserve.http.connections import FULL
 from mmserve.http.decisions import DECISION_APIS, DecisionApi
 from mmserve.http.errors import BadRequest, TooManyConnections, headers_of, renamed, status_of
 from mmserve.http.event_stream import EventStream, ended
+from mmserve.http.large import response_of
 from mmserve.http.media import fields_of
 from mmserve.http.messages import Messages
 from mmserve.http.models import Models
@@ -80,7 +81,7 @@ class App:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._alone = is_loopback(server.config.server.host)
-        # One thread: parsing holds the GIL, so that two would not be faster.
+        # One thread: reading and writing JSON hold the GIL, so that two would not be faster.
         self._parser = ThreadPoolExecutor(1, "mmserve-http-parse")
         # One thread: a constraint that is slow to compile delays only other checks.
         self._checker = ThreadPoolExecutor(1, "mmserve-http-check")
@@ -233,7 +234,7 @@ class App:
                     if not asked.stream:
                         async with aclosing(events):
                             finished, prompts = await ended(events)
-                        return JSONResponse(asked.reply.whole(finished, prompts))
+                        return await response_of(asked.reply, finished, prompts, self._parser)
                     begun = [await anext(events)]  # refusals have their own status until the response begins
                     while isinstance(begun[-1], Prefilled):
                         begun.append(await anext(events))

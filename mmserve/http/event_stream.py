@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing, suppress
@@ -18,6 +19,9 @@ logger = logging.getLogger("mmserve.http")
 
 #: Headers that prevent proxies from buffering events.
 _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+#: Characters from which a line takes milliseconds to write.
+_LONG = 1 << 16
 
 
 async def ended(events: AsyncIterator[Event]) -> tuple[list[Finished], list[Prefilled]]:
@@ -64,6 +68,8 @@ async def _lines(api: Api, reply: Reply, events: AsyncIterator[Event]) -> AsyncI
     try:
         async for line in reply.lines(events):
             yield line
+            if len(line) > _LONG:  # those of several samples would block the event loop together
+                await asyncio.sleep(0)
         return
     except MMServeError as error:
         failure = error

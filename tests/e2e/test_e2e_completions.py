@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 from urllib.request import Request as HttpRequest
 from urllib.request import urlopen
@@ -24,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmserve.client import Hole, InvalidArgument, Message, TextPart, TokensPart
 from mmserve.config import ModelConfig
-from mmserve.http import completions
+from mmserve.http import completions, large, logprobs
 from mmserve.models.chat import load_tokenizer, prompt_ids, text_ids
 from mmserve.models.registry import model_folder
 
@@ -367,6 +368,23 @@ def test_log_probabilities_are_of_the_text_before_a_stop_string(client: openai.O
     for each in (before.logprobs, end.choices[0].logprobs):
         assert each is not None and each.content is not None
         assert "".join(token.token for token in each.content) == before.message.content
+
+
+def test_large_responses_are_written_beside_the_event_loop(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities of thousands of tokens took seconds, in which nothing else was answered."""
+    threads, real = list[str](), logprobs.token_logprobs
+    monkeypatch.setattr(logprobs, "token_logprobs", lambda t: (threads.append(current_thread().name), real(t))[1])
+    asked: dict[str, Any] = {"model": "bundled-causal", "max_tokens": 4, "n": 2, "logprobs": True, "top_logprobs": 3}
+    asked["messages"] = [{"role": "user", "content": "é"}]
+    small = client.chat.completions.create(**asked)
+    assert threads and not any(name.startswith("mmserve-http-parse") for name in threads)
+    threads.clear()
+    monkeypatch.setattr(large, "LARGE", 8)
+    found = client.chat.completions.create(**asked)
+    assert {name.rpartition("_")[0] for name in threads} == {"mmserve-http-parse"}
+    assert found.choices == small.choices and found.usage is not None
 
 
 @pytest.mark.parametrize("model", MODELS)

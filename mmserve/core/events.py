@@ -273,3 +273,17 @@ class Failed:
 
 
 Event = Admitted | Prefilled | Snapshot | Draft | Delta | ToolCallDelta | Finished | Failed
+
+
+#: Scored tokens and alternatives from which it takes milliseconds to convert an event to a message or to JSON.
+LARGE = 1 << 12
+
+
+def scored(event: Event) -> int:
+    """Number of tokens with log-probabilities in ``event``, and of their alternatives, of which the last token has the
+    most."""
+    if isinstance(event, Finished):
+        tokens: Sequence[CommittedToken | PromptToken] = event.tokens
+    else:
+        tokens = event.prompt_tokens if isinstance(event, Prefilled) else ()
+    return len(tokens) * (1 + len(tokens[-1].alternatives)) if tokens else 0

@@ -10,19 +10,15 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from mmserve.core.events import CommittedToken, Finished, Prefilled, PromptToken
+from mmserve.core.events import LARGE, Finished, Prefilled, scored
 from mmserve.http.api import Reply
-
-#: Tokens and alternatives with log-probabilities from which a response is large: they take some 4 microseconds each.
-LARGE = 1 << 12
 
 
 async def response_of(
     reply: Reply, finished: Sequence[Finished], prompts: Sequence[Prefilled], writer: Executor
 ) -> Response:
     """The response with these samples and prompts; ``writer`` runs what takes long."""
-    entries = sum(_entries(one.tokens) for one in finished) + sum(_entries(one.prompt_tokens) for one in prompts)
-    if entries <= LARGE:
+    if sum(map(scored, finished)) + sum(map(scored, prompts)) <= LARGE:
         return JSONResponse(reply.whole(finished, prompts))
     data = await asyncio.get_running_loop().run_in_executor(writer, _written, reply, finished, prompts)
     return Response(data, media_type="application/json")
@@ -33,10 +29,6 @@ def _written(reply: Reply, finished: Sequence[Finished], prompts: Sequence[Prefi
     its lists."""
     members = (f"{_json(name)}:{_listed(value)}" for name, value in reply.whole(finished, prompts).items())
     return f"{{{','.join(members)}}}".encode()
-
-
-def _entries(tokens: Sequence[CommittedToken] | Sequence[PromptToken]) -> int:
-    return len(tokens) * (1 + len(tokens[-1].alternatives)) if tokens else 0
 
 
 def _listed(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -12,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mmserve.config import MediaConfig
-from mmserve.core.events import Event, Failed, Finished
+from mmserve.core.events import LARGE, Event, Failed, Finished, scored
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import Request, TextPart, TokensPart
 from mmserve.core.slo import SLO
@@ -197,7 +198,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     logger.info("request %s for %s (%s: %s)", own, request.model, request_id.KEY, label)
                     async with aclosing(answered(engine, request, watch)) as events:
                         async for event in events:
-                            await context.write(to_response(event, label))
+                            await context.write(await _response(event, label))
+
+
+async def _response(event: Event, label: str) -> pb.GenerateResponse:
+    """The response message of ``event``; a large one is made on a thread, so that the event loop is not blocked."""
+    if scored(event) > LARGE:
+        return await asyncio.to_thread(to_response, event, label)
+    return to_response(event, label)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from mmserve.config import ModelConfig
 from mmserve.http import completions, large, logprobs
 from mmserve.models.chat import load_tokenizer, prompt_ids, text_ids
 from mmserve.models.registry import model_folder
+from mmserve.rpc import generation
 
 MODELS = ("bundled", "bundled-causal")
 #: Answers of as many tokens as may be.
@@ -371,7 +372,7 @@ def test_log_probabilities_are_of_the_text_before_a_stop_string(client: openai.O
 
 
 def test_large_responses_are_written_beside_the_event_loop(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+    served: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Log-probabilities of thousands of tokens took seconds, in which nothing else was answered."""
     threads, real = list[str](), logprobs.token_logprobs
@@ -385,6 +386,14 @@ def test_large_responses_are_written_beside_the_event_loop(
     found = client.chat.completions.create(**asked)
     assert {name.rpartition("_")[0] for name in threads} == {"mmserve-http-parse"}
     assert found.choices == small.choices and found.usage is not None
+    made, convert = list[str](), generation.to_response
+    monkeypatch.setattr(generation, "LARGE", 8)
+    monkeypatch.setattr(
+        generation, "to_response", lambda *given: (made.append(current_thread().name), convert(*given))[1]
+    )
+    served.client.generate("é", model="bundled-causal", max_new_tokens=4, tokens=True, alternatives=3, ignore_end=True)
+    first, *_, last = made
+    assert last.startswith("asyncio_") and not first.startswith("asyncio_")
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -229,9 +229,9 @@ class Engine:
         return [name or "" for name in self.stages.model.tokenizer.convert_ids_to_tokens(list(ids))]
 
     def detokenized(self, ids: Sequence[int]) -> str:
-        """The text of tokens, with special tokens; raises ``InvalidArgument`` for ids that are not in the
-        vocabulary."""
-        size = self.stages.model.vocab_size
+        """The text of tokens, with special tokens; raises ``InvalidArgument`` for ids that are not in the vocabulary,
+        to which placeholders of media belong without a row in the embedding."""
+        size = max(self.stages.model.vocab_size, len(self.stages.model.tokenizer))
         if not all(0 <= each < size for each in ids):
             raise InvalidArgument.of("tokens", f"must hold token ids from 0 to {size - 1}")
         return str(self.stages.model.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

@@ -193,6 +193,8 @@ def test_with_images_too(tmp_path: Path, bench: Make, spare: bool) -> None:
     for pictures in ((picture(1, (30, 30)),), (picture(2, (40, 40)), picture(3, (24, 24)))):
         request = say(f"{len(pictures)}", "what is it?", images=pictures, max_new_tokens=32)
         [prompt] = b.engine.stages.encoder.encode([request])
+        assert b.engine.detokenized(prompt.ids.tolist()).count(IMAGE) == len(prompt.image_rows)
+        assert b.engine.token_strs(prompt.ids.tolist()).count(IMAGE) == len(prompt.image_rows)
         embeddings = spliced(made, prompt, pictures, b)
         said.append(answer(b, b.submit(request)[0]))
         assert said[-1] == greedy(made.oracle, embeddings, 32, model.spec.banned_ids)

@@ -198,7 +198,7 @@ class App:
         tenant: Tenant = request.state.tenant
         with self._server.quotas.taken(tenant):
             message, answer, names = checks.read(await self._bodies.read(request))
-            engine = self._server.engines.find(self._server.engines.split(message.model)[0])
+            engine = self._server.engines.named(message.model)
             with Present(request.receive):  # a check that waits for others is dropped if its client disconnects
                 try:
                     asked = self._server.generations.read(uuid.uuid4().hex, message, tenant, engine)

@@ -7,7 +7,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mmserve.errors import UnknownModel
 from mmserve.rpc.engines import Engines
 
 #: The creation time of models, which Anthropic's clients require.
@@ -41,14 +40,11 @@ class Models:
         name = request.path_params["name"]
         if not name:  # the URL ends with a slash
             return await self.listed(request)
-        model, adapter = self._engines.split(name)
-        engine = self._engines.find(model)
-        if adapter and name not in self._engines.names_of(engine.info.name):
-            raise UnknownModel(f"model {model!r} has no adapter {adapter!r}")
+        self._engines.named(name)
         return JSONResponse(self._described(name))
 
     def _described(self, name: str) -> dict[str, Any]:
-        info = self._engines.find(self._engines.split(name)[0]).info
+        info = self._engines.find(self._engines.split(name)[0]).info  # an adapter may have been dropped meanwhile
         own = {field: getattr(info, field) for field in _DESCRIBED}
         common = {"id": name, "object": "model", "created": 0, "owned_by": "mmserve", "max_model_len": info.max_tokens}
         return {**common, "type": "model", "display_name": name, "created_at": _UNKNOWN_DATE, "mmserve": own}

@@ -137,7 +137,7 @@ class Tokens:
         """The text of tokens."""
         with ExitStack() as held:
             model, ids = read_ids(await self._body(request, held))
-            engine = self._server.engines.find(self._server.engines.split(model)[0])
+            engine = self._server.engines.named(model)
             held.enter_context(Present(request.receive))
             text = await self._run(engine.detokenized, ids)
             return JSONResponse({"prompt": text})
@@ -155,7 +155,7 @@ class Tokens:
     ) -> tuple[EngineLike, Sequence[int]]:
         """The engine, and the token ids of a prompt: from its text alone or, if that is not enough, by a request."""
         message, tenant = asked.message, request.state.tenant
-        engine = self._server.engines.find(self._server.engines.split(message.model)[0])
+        engine = self._server.engines.named(message.model)
         message.sampling.max_new_tokens, message.stream.prompt = 0, True
         held.enter_context(Present(request.receive))  # a client that disconnects is not waited for
         with renamed(asked.names, asked.places):

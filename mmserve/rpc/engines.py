@@ -190,6 +190,16 @@ class Engines(Mapping[str, EngineLike]):
             raise Unavailable(f"the model {wanted!r} is loading; try again in a few seconds")
         raise UnknownModel(f"no model {name!r} here; there is {', '.join(self._names)}")
 
+    def named(self, name: str) -> EngineLike:
+        """The engine for a name of ``names_of``: that of a model, or of a model with one of its adapters. Raises as
+        ``find``."""
+        model, adapter = self.split(name)
+        engine = self.find(model)
+        if adapter and name not in (known := self.names_of(engine.info.name)):
+            has = ", ".join(each.removeprefix(f"{model}:") for each in known[1:])
+            raise UnknownModel(f"model {model!r} has no adapter {adapter!r}; there is: {has or 'none is loaded'}")
+        return engine
+
     def any_ready(self) -> list[EngineLike]:
         """All engines that serve; raises ``Unavailable`` if there are none yet."""
         ready = list(self.values())

@@ -52,6 +52,48 @@ def _finish(out_ptr, lse_ptr, at, live, channel, acc, top, total, K: tl.constexp
 
 
 @triton.jit
+def _slots(
+    table_ptr, start, n, seen, table_width, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE_PAGES: tl.constexpr
+):  # fmt: skip
+    """Slots and pages (int64) of the positions ``n`` (a block from ``start``) by a request's page table."""
+    if WHOLE_PAGES:  # blocks begin at page boundaries
+        listed = start // PAGE + tl.arange(0, BLOCK_N // PAGE)
+        pages = tl.load(table_ptr + listed, mask=listed < table_width, other=0)
+        slot = tl.reshape((pages.to(tl.int64) * PAGE)[:, None] + tl.arange(0, PAGE)[None, :], (BLOCK_N,))
+        page = slot // PAGE
+    else:
+        page = tl.load(table_ptr + n // PAGE, mask=seen, other=0).to(tl.int64)
+        slot = page * PAGE + n % PAGE
+    return slot, page
+
+
+@triton.jit
+def _scores(q, k, n, limit, end, scale, WINDOW: tl.constexpr, CAP: tl.constexpr):
+    """Scores in base 2, -inf at positions ``n`` that a row does not attend to."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if CAP != 0:
+        ln2: tl.constexpr = 0.6931471805599453
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is exact in both limits
+        scores = (CAP / ln2) * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / CAP)) + 1.0))
+    seen = n[None, :] < limit[:, None]
+    if WINDOW:
+        seen = seen & (n[None, :] >= end[:, None] - WINDOW)
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def _accumulate(acc, top, total, scores, v):
+    """Add a block of positions to a partial softmax (see ``_fold``)."""
+    highest = tl.maximum(top, tl.max(scores, 1))
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, highest, total
+
+
+@triton.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, programs_ptr, table_ptr, limit_ptr, end_ptr,
     table_width, scale,
@@ -98,14 +140,9 @@ def _attend(
         for start in range(tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, last), BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             seen = n < last
-            if WHOLE_PAGES:  # blocks begin at page boundaries
-                listed = start // PAGE + tl.arange(0, BLOCK_N // PAGE)
-                pages = tl.load(table_ptr + request * table_width + listed, mask=listed < table_width, other=0)
-                slot = tl.reshape((pages.to(tl.int64) * PAGE)[:, None] + tl.arange(0, PAGE)[None, :], (BLOCK_N,))
-                page = slot // PAGE
-            else:
-                page = tl.load(table_ptr + request * table_width + n // PAGE, mask=seen, other=0).to(tl.int64)
-                slot = page * PAGE + n % PAGE
+            slot, page = _slots(
+                table_ptr + request * table_width, start, n, seen, table_width, PAGE, BLOCK_N, WHOLE_PAGES
+            )
             k = read_pages(
                 k_ptr, k_scale_ptr, k_low_ptr, k_kept_ptr, k_kept_at_ptr, slot, page, group, seen, channel,
                 GROUPS, K, K_KIND, K_PER, K_KEPT,
@@ -114,22 +151,8 @@ def _attend(
                 v_ptr, v_scale_ptr, v_low_ptr, v_kept_ptr, v_kept_at_ptr, slot, page, group, seen, channel,
                 GROUPS, K, V_KIND, V_PER, V_KEPT,
             ).to(q.dtype)  # fmt: skip
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if CAP != 0:
-                ln2: tl.constexpr = 0.6931471805599453
-                # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is exact in both limits
-                scores = (CAP / ln2) * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / CAP)) + 1.0))
-            seen_here = n[None, :] < limit[:, None]
-            if WINDOW:
-                seen_here = seen_here & (n[None, :] >= end[:, None] - WINDOW)
-            scores = tl.where(seen_here, scores, float("-inf"))
-            highest = tl.maximum(top_s, tl.max(scores, 1))
-            safe = tl.where(highest == float("-inf"), 0.0, highest)
-            weights = tl.exp2(scores - safe[:, None])
-            shrink = tl.exp2(top_s - safe)
-            total_s = total_s * shrink + tl.sum(weights, 1)
-            acc_s = tl.dot(weights.to(v.dtype), v, acc_s * shrink[:, None], input_precision="ieee")
-            top_s = highest
+            scores = _scores(q, k, n, limit, end, scale, WINDOW, CAP)
+            acc_s, top_s, total_s = _accumulate(acc_s, top_s, total_s, scores, v)
         acc, top, total = _fold(acc, top, total, acc_s, top_s, total_s)
 
     if partial < 0:

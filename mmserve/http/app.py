@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mmserve import __version__
 from mmserve.core.events import Admitted, Event, Prefilled
 from mmserve.core.request import TextPart, TokensPart
 from mmserve.core.tenant import Tenant
@@ -108,6 +109,7 @@ class App:
                 Route("/openapi.json", self._open(self._description), methods=["GET"]),
                 Route("/metrics", self._open(self._metrics, always=True), methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
+                Route("/version", self._open(_version), methods=["GET"]),
             ],
             exception_handlers={HTTPException: _no_route},
         )
@@ -139,10 +141,9 @@ class App:
         """
 
         async def answer(request: Request) -> Response:
-            label = request.headers.get(request_id.KEY, "")
             call = calls.current()
             call.route = route
-            call.request_id = label if request_id.is_label(label) else uuid.uuid4().hex
+            call.request_id = _request_id(request)
             try:
                 if FULL in request.scope and not always:
                     raise TooManyConnections(request.scope[FULL])
@@ -155,8 +156,7 @@ class App:
                 response = _refusal(api, error)
             except Exception as error:  # noqa: BLE001 - a bug ends this request alone
                 response = _refusal(api, Internal.logged(error, request.scope["path"], logger))
-            for header in _ID_HEADERS:
-                response.headers[header] = call.request_id
+            response.headers.update(dict.fromkeys(_ID_HEADERS, call.request_id))
             if self._server.ending:  # so that a client's next request can reach another server
                 response.headers["connection"] = "close"
             return response
@@ -298,7 +298,18 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if request.url.path.startswith("/v1/messages"):
         kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request_error"
         body = {"type": "error", "error": {"type": kind, "message": what}}
-    return JSONResponse(body, error.status_code, error.headers)
+    ids = dict.fromkeys(_ID_HEADERS, _request_id(request))
+    return JSONResponse(body, error.status_code, {**(error.headers or {}), **ids})
+
+
+async def _version(_request: Request) -> Response:
+    return JSONResponse({"version": __version__})
+
+
+def _request_id(request: Request) -> str:
+    """The client's own id of the request if it is valid, else a new one."""
+    label = request.headers.get(request_id.KEY, "")
+    return label if request_id.is_label(label) else uuid.uuid4().hex
 
 
 @lru_cache(maxsize=256)

@@ -31,6 +31,7 @@ _GETS = {
     "/v1/models/{name}": ("One of them", _JSON, ("name",)),
     "/health": ("200 while all models serve, else 503", _JSON, ()),
     "/metrics": ("Prometheus metrics; where tokens are asked for, for tenants with admin = true", "text/plain", ()),
+    "/version": ("The version of mmserve", _JSON, ()),
     "/openapi.json": ("This description", _JSON, ()),
 }
 #: Top-level fields of each response.

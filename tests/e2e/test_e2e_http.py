@@ -21,6 +21,7 @@ import pytest
 from certificates import self_signed
 from e2e_helpers import EMPTY, PATIENCE, Running, gated, running, settings, wait_for
 
+from mmserve import __version__
 from mmserve.assembly import BackgroundServer
 from mmserve.errors import ConfigError
 from mmserve.http import connections, front
@@ -393,10 +394,16 @@ def test_routes_models_health_and_metrics(client: openai.OpenAI, port: int) -> N
     assert ask(port, {}, path="/v1/embeddings")[0] == 404
     assert ask(port, {}, path="/v1/models")[0] == 405
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
-    for path, expected in (("/health", b'"ok"'), ("/metrics", b"mmserve:num_requests_running")):
+    given = f'{{"version":"{__version__}"}}'.encode()
+    for path, expected in (("/health", b'"ok"'), ("/metrics", b"mmserve:num_requests_running"), ("/version", given)):
         connection.request("GET", path)
         response = connection.getresponse()
         assert response.status == 200 and expected in response.read()
+    for method, path, status in (("GET", "/gone", 404), ("GET", "/v1/messages", 405)):
+        connection.request(method, path, headers={"x-request-id": "mine"})
+        response = connection.getresponse()
+        assert response.status == status and b"error" in response.read()
+        assert response.headers["x-request-id"] == response.headers["request-id"] == "mine"
     connection.close()
 
 

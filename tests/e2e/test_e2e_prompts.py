@@ -193,7 +193,7 @@ EXTREME: dict[str, dict[str, Any]] = {
     "the smallest confidence": {"commit": Threshold(5e-324)},
     "full confidence": {"commit": Threshold(1.0)},
     "steps with a threshold": {"steps": 1, "commit": Threshold(0.9)},
-    "a stop string of megabytes": {"stop": "x" * 2_000_000},
+    "the longest stop string": {"stop": "x" * 1024},
     "16 stop strings": {"stop": [chr(0x4E00 + i) for i in range(16)]},
 }
 

@@ -123,6 +123,15 @@ def h264(frames: Frames) -> bytes:
     return buffer.getvalue()
 
 
+def through_h264(clip: Clip, times: list[float]) -> tuple[Image.Image, ...]:
+    """The frames nearest below ``times`` of the clip written as a file and read again."""
+    frames = clip.frames()
+    with av.open(io.BytesIO(h264(frames)), "r") as container:
+        container.streams.video[0].thread_count = 1
+        decoded = [frame.to_image() for frame in container.decode(video=0)]
+    return tuple(decoded[min(len(decoded) - 1, int(t * frames.per_second))] for t in times)
+
+
 def draw_clip(rng: random.Random) -> Clip:
     """A clip of one kind: something moves, shapes appear one after another, or one thing changes."""
     kind = rng.choice(("moves", "appears", "appears", "changes"))

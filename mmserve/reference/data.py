@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import random
 from dataclasses import dataclass, field
 from typing import Any
 
-import av
 import numpy as np
 import torch
 from PIL import Image
@@ -20,7 +18,7 @@ from mmserve.models.decisions import answer_tokens, closing_ids, question_ids
 from mmserve.reference.auxiliary import SceneLabels, change_labels, window_labels
 from mmserve.reference.batch import NO_COLUMN, Batch
 from mmserve.reference.calls import CALLS, COPIES, DICTATED
-from mmserve.reference.clips import NARRATION, Clip, h264
+from mmserve.reference.clips import NARRATION, Clip, through_h264
 from mmserve.reference.decisions import DECISIONS, QUESTIONS, draw_answered, option_offsets, prompt_question
 from mmserve.reference.images import LISTING, SHORT_TASKS, WATCH
 from mmserve.reference.items import TRAIN_SEEDS, Question, Subject
@@ -359,15 +357,6 @@ def _pictures(thing: Any, index: int) -> tuple[Image.Image, ...]:
         return ()
     times = frame_times(thing.seconds)
     return through_h264(thing, times) if index % COMPRESSED == 0 else thing.frames(times).pictures
-
-
-def through_h264(clip: Clip, times: list[float]) -> tuple[Image.Image, ...]:
-    """The frames nearest below ``times`` of the clip written as a file and read again."""
-    frames = clip.frames()
-    with av.open(io.BytesIO(h264(frames)), "r") as container:
-        container.streams.video[0].thread_count = 1
-        decoded = [frame.to_image() for frame in container.decode(video=0)]
-    return tuple(decoded[min(len(decoded) - 1, int(t * frames.per_second))] for t in times)
 
 
 def _shapes(thing: Any) -> list[tuple[Shape, ...]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmserve.reference.clips import Clip
-from mmserve.reference.data import pixels_of, through_h264
+from mmserve.reference.clips import Clip, through_h264
+from mmserve.reference.data import pixels_of
 from mmserve.reference.model import ReferenceModel
 from mmserve.reference.streams import Window, frame_times
 

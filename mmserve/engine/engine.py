@@ -27,8 +27,8 @@ from mmserve.core.plan import Budgets, Served
 from mmserve.core.request import Request, RequestId, Stage
 from mmserve.core.stats import Pass, Stats
 from mmserve.decode.schedulers import Discrete
+from mmserve.encode import vocabulary
 from mmserve.encode.decoders import Decoders
-from mmserve.encode.prompts import prompt_of
 from mmserve.engine.arrivals import Arrivals
 from mmserve.engine.live import LiveRequests
 from mmserve.engine.migration import Migration
@@ -38,7 +38,7 @@ from mmserve.engine.request_state import ClientSink, RequestState, Sink, open_gr
 from mmserve.engine.shutdown import Shutdown
 from mmserve.engine.waiting import WaitingQueue
 from mmserve.engine.workers import Workers
-from mmserve.errors import Cancelled, ConfigError, Internal, InvalidArgument, MMServeError
+from mmserve.errors import Cancelled, ConfigError, Internal, MMServeError
 from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
 from mmserve.models.adapters import Adapters
@@ -215,26 +215,18 @@ class Engine:
         return self.stages.encoding.check_constraint(request, answer)
 
     def prompt_ids(self, request: Request, special_tokens: bool = True, generation_prompt: bool = True) -> list[int]:
-        """Token ids of the prompt of ``request``, which is text and is not submitted; arguments as in ``prompt_of``.
-
-        Raises the errors that the request would fail with, except for its length.
-        """
+        """See ``ids_of``; ``request`` is not submitted. Raises the errors that it would fail with, except for its
+        length."""
         self.stages.capabilities.check(request)
-        model = self.stages.model
-        ids = prompt_of(model, request, special_tokens=special_tokens, generation_prompt=generation_prompt)
-        return cast("list[int]", ids.tolist())
+        return vocabulary.ids_of(self.stages.model, request, special_tokens, generation_prompt)
 
     def token_strs(self, ids: Sequence[int]) -> list[str]:
-        """The names of tokens in the vocabulary; empty for placeholders of media that are not in it."""
-        return [name or "" for name in self.stages.model.tokenizer.convert_ids_to_tokens(list(ids))]
+        """See ``encode.vocabulary``."""
+        return vocabulary.token_strs(self.stages.model, ids)
 
     def detokenized(self, ids: Sequence[int]) -> str:
-        """The text of tokens, with special tokens; raises ``InvalidArgument`` for ids that are not in the vocabulary,
-        to which placeholders of media belong without a row in the embedding."""
-        size = max(self.stages.model.vocab_size, len(self.stages.model.tokenizer))
-        if not all(0 <= each < size for each in ids):
-            raise InvalidArgument.of("tokens", f"must hold token ids from 0 to {size - 1}")
-        return str(self.stages.model.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+        """See ``encode.vocabulary``."""
+        return vocabulary.detokenized(self.stages.model, ids)
 
     def drain(self, timeout: float) -> bool:
         """See ``Shutdown.drain``."""

@@ -1,4 +1,4 @@
-"""Transfer of integer arrays, such as rows and pages, to the model's device."""
+"""Transfer of small arrays, such as rows, pages and biases, to the model's device."""
 
 from __future__ import annotations
 
